@@ -251,7 +251,7 @@ class Router:
         while True:
             self._changed.clear()
             workers = [worker for worker in self.fleet if canary_applies(worker.member.role)]
-            for worker in workers if self.probe_requests.possible and not self.shutdown.draining else ():
+            for worker in filter(self.probe_requests.possible_at, () if self.shutdown.draining else workers):
                 task = self._canaries.get(worker.member.uid)
                 if worker.routable and worker.canary == "Unknown" and (task is None or task.done()):
                     self._canaries[worker.member.uid] = self._tasks.create_task(self._verify(worker))

@@ -75,7 +75,7 @@ WITHOUT_FAMILY = {
     MISTRAL: (
         "any",
         "exact with the extra [`mistral`](text-models.md#mistrals-own-tokenizer)",
-        "exact with the same extra, from 0.5.21 on",
+        "exact with the same extra, from 0.5.21 on: texts, and images of Mistral 3",
         f"{FRONT_END}, with Pixtral's tokenizer, and a real SGLang with the same",
     ),
 }

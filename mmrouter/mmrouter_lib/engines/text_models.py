@@ -1,7 +1,8 @@
 """Models without a family here: their texts are predicted where the engine makes a prompt of template and tokenizer.
 
 vLLM processes a request without media as text, whatever else the model takes; of SGLang this is known of models that
-take text only. Models that an engine prompts by code of its own are not predicted.
+take text only, and of Mistral 3 with Mistral's tokenizer. Models that an engine prompts by code of its own are not
+predicted.
 """
 
 import re
@@ -16,7 +17,7 @@ from mmrouter_lib.engines.sglang.families.pixtral import SglangPixtral
 from mmrouter_lib.engines.sglang.prompts.mistral import MODEL_TYPES as MISTRAL_TYPES
 from mmrouter_lib.engines.sglang.prompts.mistral import SglangMistralPrompter
 from mmrouter_lib.engines.sglang.prompts.prompter import as_sglang_loads
-from mmrouter_lib.families import TextOnly
+from mmrouter_lib.families import ProcessorLimits, TextOnly
 from mmrouter_lib.families.pixtral import read_geometry
 from mmrouter_lib.model_folder import (
     BYTE_PAIRS_CLASS,
@@ -72,11 +73,13 @@ def load_text_prompter(
     folder: Path,
     chat_template: str | None = None,
     variables: Sequence[Mapping[str, str | None]] = (),
+    processor: ProcessorLimits | None = None,
 ) -> AnyPrompter:
     """Return the prompter of a model folder without a family; ``chat_template`` (a text) replaces its template.
 
-    With Mistral's own tokenizer and for gpt-oss vLLM uses no template, so ``chat_template`` has no effect. SGLang with
-    that tokenizer converts contents by it, which is not modelled.
+    With Mistral's own tokenizer and for gpt-oss vLLM uses no template, so ``chat_template`` has no effect. Beside that
+    tokenizer SGLang finds in the given template the form in which to pass contents; this is not modelled and raises
+    :class:`UnpredictedError`. ``processor``: the resource's processor options.
     ``variables``: the environment of each pool's engines as far as it is known, ``None`` for a value that is not.
 
     Raises :class:`UnpredictedError`, and :class:`~mmrouter_lib.model_folder.ModelFolderError` for files that cannot be
@@ -94,7 +97,7 @@ def load_text_prompter(
     if config.get("is_encoder_decoder") or not (plain or images_known):
         raise UnpredictedError(f"family:{model_type}")
     if in_sglangs_mistral and chat_template is None:
-        return _load_sglangs_mistral(folder, config, plain=plain)
+        return _load_sglangs_mistral(folder, config, processor, plain=plain)
     for pattern in _MISTRAL_FILES[engine]:
         if files := sorted(file.name for file in folder.glob(pattern)):
             if engine == "vllm" and files[0] == mistral.FILE and next(folder.glob(MISTRAL_WEIGHTS), None) is not None:
@@ -143,17 +146,19 @@ def _load_mistral(folder: Path, name: str) -> MistralPrompter:
 
 
 def _sglang_takes_tekken(folder: Path, model_type: str, described: dict[str, Any]) -> bool:
-    """Whether SGLang loads a folder's tekken.json, beside which it ignores tokenizer.json for some models."""
+    """Whether SGLang takes tekken.json: for Mistral's types always, for others without a tokenizer.json."""
     is_alone = not (folder / "tokenizer.json").is_file()
     is_own = model_type in MISTRAL_TYPES and not has_tokenizer_code(described)
     return (folder / mistral.FILE).is_file() and (is_alone or is_own)
 
 
-def _load_sglangs_mistral(folder: Path, config: dict[str, Any], *, plain: bool) -> SglangMistralPrompter:
+def _load_sglangs_mistral(
+    folder: Path, config: dict[str, Any], processor: ProcessorLimits | None, *, plain: bool
+) -> SglangMistralPrompter:
     family: TextOnly | SglangPixtral = TextOnly(str(config.get("model_type", "unknown")))
     source = None
     if not plain:
-        family = SglangPixtral.of(read_geometry(folder, config, None))
+        family = SglangPixtral.of(read_geometry(folder, config, processor))
         source = find_templates(folder, None, {}).processor
     try:
         return SglangMistralPrompter.load(folder, family, source)

@@ -54,7 +54,10 @@ class Pixtral(Family):
         return self.rows(image, special_id(codec, BREAK), special_id(codec, END))
 
     def rows(self, image: PromptImage, row_end: int, image_end: int) -> Sequence[int]:
-        """Return the rows of an image between the ids of a row's end and of an image's."""
+        """Return the token ids of an image; ``row_end`` and ``image_end`` are those of the tokens that end its parts.
+
+        Raises :class:`ImageSizeError`.
+        """
         columns, rows = self._grid(*size_of(image))
         return [*([*[self.placeholder_id] * columns, row_end] * rows)[:-1], image_end]
 

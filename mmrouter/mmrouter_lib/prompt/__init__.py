@@ -24,10 +24,18 @@ class AnyPrompter(Protocol):
     def family(self) -> Family: ...
 
     def prompt(self, body: Mapping[str, Any], images: Sequence[PromptImage]) -> Expanded:
-        """Return the prompt of a chat request's body. Raises as :meth:`Prompter.prompt` and the others do."""
+        """Return the prompt of a chat request's body.
+
+        Raises :class:`TemplateError`, :class:`NotModelledError`, :class:`PlaceholderError`, :class:`PromptTooLongError`
+        and :class:`~mmrouter_lib.prompt.segment_cache.NewTextError`.
+        """
 
     def completion(self, prompt: "str | array[int]", *, add_special_tokens: bool = True) -> Expanded:
-        """Return the prompt of a completion: of a text, or of token ids, which stay as they are."""
+        """Return the prompt of a completion: of a text, or of token ids, which stay as they are.
+
+        Raises :class:`TemplateError`, :class:`PromptTooLongError` and
+        :class:`~mmrouter_lib.prompt.segment_cache.NewTextError`.
+        """
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""

@@ -121,7 +121,7 @@ class MistralPrompter:
             raise TemplateError(f"the model's tokenizer refuses the messages: {error}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
-        """Return the token ids of a text, none of which is a special token but the first, as the library begins texts.
+        """Return the token ids of a text, begun with ``<s>`` if ``add_special_tokens``; a special token in it is text.
 
         Raises :class:`PromptTooLongError` and :class:`NewTextError`.
         """
@@ -139,7 +139,7 @@ class MistralPrompter:
 
     @property
     def settings(self) -> frozenset[str]:
-        """The names that the library takes beside messages."""
+        """The names of all fields of the library's chat request."""
         from mistral_common.protocol.instruct.request import ChatCompletionRequest  # noqa: PLC0415
 
         return frozenset(ChatCompletionRequest.model_fields)

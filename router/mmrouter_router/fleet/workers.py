@@ -14,6 +14,7 @@ from mmrouter_lib import feed
 from mmrouter_lib.block_keys import unpack_keys
 from mmrouter_lib.cache_layout import DEVICE, LOWER_TIERS, CacheLayout, cache_layout
 from mmrouter_lib.engines import ADAPTERS
+from mmrouter_lib.engines.base.release_order import is_before
 from mmrouter_lib.feed import Delta, Heartbeat
 from mmrouter_router.fleet.feed_sync import FeedSync, Step
 from mmrouter_router.fleet.holder_table import Slot
@@ -82,6 +83,10 @@ class Worker:
     @property
     def ranks(self) -> int:
         return self.heartbeat.ranks if self.heartbeat else 1
+
+    def is_older(self, release: tuple[int, ...]) -> bool:
+        """Whether the engine is of an older release than this one."""
+        return self.heartbeat is not None and is_before(release, self.heartbeat.engine_version)
 
     @property
     def serving(self) -> bool:

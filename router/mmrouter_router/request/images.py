@@ -76,15 +76,15 @@ class ImageResolver:
             raise _invalid_image(error, param) from error
 
 
-def named_together(
-    images: tuple[ResolvedImage, ...], family: Family | None, *, videos_rename: bool
+def name_by_neighbours(
+    images: tuple[ResolvedImage, ...], family: Family | None, *, rename_beside_videos: bool
 ) -> tuple[ResolvedImage, ...]:
-    """Return the media of a request, where the engine names images by what is beside them.
+    """Return the media with the names that the engine derives from the whole request.
 
-    An image that is padded to another has an identity of its own for each size that it is padded to. Beside an image
-    whose size is not known all others are unresolved, and so are all beside a video where ``videos_rename`` them.
+    An image that is padded to another is named apart for each size that it is padded to. Beside an image whose size is
+    not known all others are unresolved. ``rename_beside_videos``: so are all media beside a video, which renames them.
     """
-    if videos_rename and any(image.modality == "video" and image.modelled for image in images):
+    if rename_beside_videos and any(image.modality == "video" and image.modelled for image in images):
         return tuple(_unresolved(image, "video") for image in images)
     shown = [image for image in images if image.modality == "image"]
     if family is None or not family.pads_images or len(shown) < 2:
@@ -103,8 +103,8 @@ def _padded(image: ResolvedImage, padding: tuple[int, int] | None) -> ResolvedIm
     if padding is None:
         return image
     width, height = padding
-    identity = blake3(b"padded to %dx%d:" % (width, height) + image.identity).digest()
-    return replace(image, identity=identity, padding=padding)
+    name = blake3(b"padded to %dx%d:" % (width, height) + image.identity).digest()
+    return replace(image, published=name, padding=padding)
 
 
 def _count(known: _Probed, param: str, family: Family | None) -> int:

@@ -41,7 +41,7 @@ from mmrouter_router.http.engine_requests import EngineRequestError
 from mmrouter_router.intake import ChatRequest, ImagePart
 from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.resolve import MediaResolver
-from mmrouter_router.request.images import ImageResolver, named_together
+from mmrouter_router.request.images import ImageResolver, name_by_neighbours
 from mmrouter_router.request.prepared import CHAT, Prepared, ResolvedImage
 from mmrouter_router.request.processor_options import OptionReader, RequestOptions
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
@@ -93,7 +93,7 @@ class PromptModel(NamedTuple):
         if any(pool.role == RENDERER_ROLE for pool in spec.pools):
             return cls(None, None, name, f"family:{name}")
         try:
-            prompter = load_text_prompter(engine, folder, template, _variables(settings))
+            prompter = load_text_prompter(engine, folder, template, _variables(settings), spec.engine.processor)
         except UnpredictedError as error:
             return cls(None, None, name, str(error))
         except ModelFolderError as error:
@@ -141,7 +141,8 @@ class Preparer:
         self.unknown_family = "" if model.family is not None else model.name
         self.unpredicted, self.hidden = model.unpredicted, model.hidden
         self.first_release = () if model.prompter is None else model.prompter.first_release
-        self.response_chat = response_chat(settings.deployment.spec.engine.type, model.prompter)
+        engine = settings.deployment.spec.engine.type
+        self.response_chat = response_chat(engine, model.prompter)
         # vLLM renders responses of these by other rules than chats; those for gpt-oss are modelled.
         other_rules = model.name == harmony.MODEL_TYPE or isinstance(model.prompter, MistralPrompter)
         self.models_responses = not other_rules or isinstance(model.prompter, HarmonyPrompter)
@@ -151,8 +152,8 @@ class Preparer:
         self._media, self._threads, self._key_forms = media, threads or WorkerThreads(), key_forms
         self._context_length = context_length
         max_pixels = settings.deployment.spec.routing.media.max_pixels
-        self._counts_videos = settings.deployment.spec.engine.type == "vllm"
-        self._timed = partial(resolve_timed, family=self.family, max_pixels=max_pixels, counted=self._counts_videos)
+        self._timed = partial(resolve_timed, family=self.family, max_pixels=max_pixels, modelled_here=engine == "vllm")
+        self._rename_beside_videos = engine == "sglang"
         self._options = OptionReader.of(settings, self.family)
         self._seeds: dict[tuple[str | None, str], int] = {}
         self._images = ImageResolver(self._threads, max_pixels)
@@ -185,7 +186,7 @@ class Preparer:
         resolved = await self._resolve(request, self.image_key(salt), tenant, family)
         one_medium = self.family is not None and self.family.one_medium
         images = _under_options(request, resolved, options, one_medium=one_medium)
-        images = named_together(images, self.family, videos_rename=not self._counts_videos)
+        images = name_by_neighbours(images, self.family, rename_beside_videos=self._rename_beside_videos)
         await self._digest(images, tenant)
         return await self.predict(request, images, salt, tenant, predict=predict)
 

@@ -45,8 +45,8 @@ class ResolvedImage:
     modality: Modality = "image"
     video: VideoHeader | None = None
     modelled: bool = True
-    padding: tuple[int, int] | None = None  # pixels that the engine pads it to; part of the identity then
-    published: bytes = b""  # what the engine's events name it, where that is not ``identity``
+    padding: tuple[int, int] | None = None  # pixels that the engine pads it to
+    published: bytes = b""  # what the engine's events name it by, where that is not ``identity``
 
     @property
     def resolved(self) -> bool:
@@ -133,7 +133,7 @@ class Prepared:
         """Return the prompt with the sentinels of a scope, as far as they were known at the first call."""
         filled = self._filled.get(scope)
         if filled is None:
-            store, images = self.sentinels, {image.identity: image for image in self.images if image.resolved}
+            store, images = self.sentinels, {image.name: image for image in self.images if image.resolved}
 
             def values(identity: bytes) -> Values | None:
                 image = images.get(identity)  # None for an unresolved image, whose identity here is random
@@ -151,7 +151,7 @@ class Prepared:
         """Return how exactly the prompt is predicted for engines of a scope, and the reasons against exactness."""
         if scope is not None and self.exactness != "affinity" and (unknown := self.filled(scope).unknown) is not None:
             for image in self.images:  # without the unresolved ones, which are reasons already
-                if image.identity == self.spans[unknown].identity:
+                if image.name == self.spans[unknown].identity:
                     return "partial", (*self.reasons, f"learning:{image.param}")
         return self.exactness, self.reasons
 

@@ -14,23 +14,23 @@ from mmrouter_router.request.prepared import ResolvedImage
 
 
 def resolve_timed(
-    part: MediaPart, media: Media, key: bytes, *, family: Family | None, max_pixels: int, left: int, counted: bool
+    part: MediaPart, media: Media, key: bytes, *, family: Family | None, max_pixels: int, left: int, modelled_here: bool
 ) -> ResolvedImage:
     """Return a video or audio of a chat; one whose header does not tell its tokens is unresolved, and so is a video of
     more than ``left`` tokens.
 
-    ``key``: of its identity. ``counted``: whether the ``family`` models the tokens on this engine; otherwise a video is
-    unresolved. Nothing is read of a modality that is not modelled. Raises :class:`RequestError` for a frame of more
-    than ``max_pixels`` or a size that the engine refuses.
+    ``key``: of its identity. ``modelled_here``: whether the ``family`` models the tokens on this engine; otherwise a
+    video is unresolved. Nothing is read of a modality that is not modelled. Raises :class:`RequestError` for a frame of
+    more than ``max_pixels`` or a size that the engine refuses.
     """
     assert part.place is not None
     options = {} if family is None or part.kind == "audio" else family.pixel_options
     identity = media_identity(media.data, options, key=key, modality=part.kind)
     item = ResolvedImage(*part.place, part.param, media, identity, 0, 0, 1, modality=part.kind)
     sound = part.kind == "audio"
-    if family is None or (family.audio_id if sound else family.video_id) is None or (sound and not counted):
+    if family is None or (family.audio_id if sound else family.video_id) is None or (sound and not modelled_here):
         return replace(item, modelled=False)
-    if not counted:
+    if not modelled_here:
         return replace(item, unresolved=f"video:{part.param}")
     if sound:
         wav = read_wav_header(media.data)

@@ -13,7 +13,6 @@ from typing import Final
 from mmrouter_lib.api import MMRouterDeployment, block_size_of
 from mmrouter_lib.engines import ADAPTERS
 from mmrouter_lib.engines.base.launch import HTTP_PORT
-from mmrouter_lib.engines.base.release_order import is_before
 from mmrouter_router.fleet.rank_load import RankUsage
 from mmrouter_router.fleet.workers import Fleet, Target, Worker
 from mmrouter_router.intake.field_check import Exactness
@@ -137,7 +136,7 @@ class Placer:
             if not groups:
                 raise QueueFullError(f"{self._max_queued} requests wait for a first byte at each eligible engine")
         policy = policy or self._policy
-        if prepared.exactness == "affinity" and policy == "kv":
+        if policy == "kv" and (prepared.exactness == "affinity" or _all_are_older(groups, prepared.first_release)):
             policy = "consistentHash"
         looked_up = [self._look_up(group, prepared) for group in groups]
         table = CandidateTable.joined([CandidateTable.summed([each for _, each in tables]) for tables in looked_up])
@@ -242,6 +241,11 @@ class Placer:
         )
 
 
+def _all_are_older(groups: Sequence[CandidateGroup], release: tuple[int, ...]) -> bool:
+    """Whether no engine makes the prompt that is predicted, so that no key of it can match."""
+    return bool(release) and all(target.worker.is_older(release) for group in groups for target in group.targets)
+
+
 def _of_engine(
     prepared: Prepared, worker: Worker, exactness: Exactness, reasons: tuple[str, ...]
 ) -> tuple[Exactness, tuple[str, ...]]:
@@ -255,8 +259,8 @@ def _of_engine(
         and (why := engine.other_prompt(beat.engine_version, prepared.request.body))
     ):
         return "affinity", (*reasons, f"release:{why}")
-    if beat and is_before(prepared.first_release, beat.engine_version):
-        return "affinity", (*reasons, "release:messages")
+    if worker.is_older(prepared.first_release):
+        return "affinity", (*reasons, f"release:{prepared.request.prompt_field}")
     if prepared.may_have_states and beat is not None and not beat.all_groups:
         # An older sidecar, which leaves mamba groups out: the overlap may be too high.
         return "affinity", (*reasons, "old_feed:cache_groups")

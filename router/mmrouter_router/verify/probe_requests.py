@@ -94,6 +94,10 @@ class ProbeRequests:
         """Tokens at the end of a prompt that may be in no event."""
         return STATE_STEP if STATES in self._preparer.hidden else 0
 
+    def possible_at(self, worker: Worker) -> bool:
+        """Whether a worker's engine makes the prompt of a probe request that is predicted."""
+        return self.possible and not worker.is_older(self._preparer.first_release)
+
     @property
     def possible(self) -> bool:
         """Whether a probe request's prompt can be predicted, by the library or a renderer."""

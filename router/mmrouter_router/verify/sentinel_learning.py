@@ -61,7 +61,7 @@ class SentinelLearning:
     def on_send(self, decision: Decision, prepared: Prepared) -> None:
         target = decision.target
         worker, scope = target.worker, target.worker.scope
-        if scope is None:
+        if scope is None or worker.is_older(prepared.first_release):
             return
         unpredicted = any(part.kind != "image" or part.place is None for part in prepared.request.media)
         if len(prepared.spans) != len(prepared.images) or unpredicted:
@@ -71,9 +71,9 @@ class SentinelLearning:
         request = SentRequest(prepared.ids, prepared.spans, target.block_size, prepared.seed)
         self._sentinels.on_request(scope, _source(worker, target.rank), request)
         for image in prepared.images:
-            if image.resolved and self._sentinels.values(scope, image.identity, image.media.data) is None:
+            if image.resolved and self._sentinels.values(scope, image.name, image.media.data) is None:
                 shape = image.tokens, (image.width, image.height), image.padding
-                shown = ProbeImage(image.identity, image.media.data, image.media.mime, *shape)
+                shown = ProbeImage(image.name, image.media.data, image.media.mime, *shape)
                 self._count(_Probe(worker.member.uid, target.rank, target.block_size, scope, shown))
 
     async def run(self) -> None:

@@ -115,12 +115,13 @@ def test_variables_that_the_library_does_not_know_have_no_effect(texts):
             text(texts, USER, chat_template_kwargs={name: 1})
 
 
-def test_what_the_library_refuses_is_refused(texts):
+def test_what_the_library_refuses_is_refused_with_its_first_reason(texts):
+    result, tools = {"role": "tool", "tool_call_id": "123456789", "content": "x"}, [{"function": {"name": "now"}}]
+    with pytest.raises(TemplateError, match="Unexpected role 'tool'"):
+        text(texts, USER, result, tools=[{"type": "function", **tools[0]}])
     for fields in ({"reasoning_effort": "high"}, {"tools": [{"type": "function", "function": {"name": "a b!"}}]}):
         with pytest.raises(TemplateError):
             text(texts, USER, **fields)
-    with pytest.raises(TemplateError):
-        text(texts, USER, {"role": "tool", "tool_call_id": "123456789", "content": "x"})
 
 
 def test_images_of_a_model_of_texts_are_not_predicted(texts):

@@ -62,20 +62,30 @@ async def test_the_rows_of_an_image_are_runs_with_a_token_between_them(folder):
     assert on_vllm.ids == made.ids
 
 
-async def test_an_image_has_an_identity_for_each_size_that_it_is_padded_to(folder):
-    (alone,) = identities(await prepared(folder, image("b", 56)))
-    _, alike = identities(await prepared(folder, image("a", 50), image("b", 56)))
+async def test_an_image_has_a_name_for_each_size_that_it_is_padded_to(folder):
+    (alone,) = names_of(await prepared(folder, image("b", 56)))
+    _, alike = names_of(await prepared(folder, image("a", 50), image("b", 56)))
     assert alike == alone  # as many rows and columns
     names = set()
     for others in ([image("a", 112)], [picture(112, 20), picture(20, 112)], [image("c", 112), picture(30, 30)]):
         made = await prepared(folder, *others, image("b", 56))
         assert (made.exactness, made.reasons, made.images[-1].padding) == ("exact", (), (112, 112))
-        names.add(identities(made)[-1])
+        names.add(names_of(made)[-1])
     assert len(names) == 1
-    names |= {alone, identities(await prepared(folder, image("a", 140), image("b", 56)))[-1]}
+    names |= {alone, names_of(await prepared(folder, image("a", 140), image("b", 56)))[-1]}
     assert len(names) == 3
     on_vllm = await prepared(folder, image("a", 112), image("b", 56), engine="vllm")
     assert on_vllm.images[1].padding is None
+
+
+async def test_a_larger_image_leaves_the_fingerprint_of_a_conversation_as_it_is(folder):
+    first = {"role": "user", "content": [image("b", 56), text("What is it?")]}
+    later = [{"role": "assistant", "content": "A lamp."}, {"role": "user", "content": [image("a", 112)]}]
+    one, two = [await of_messages(folder, *messages) for messages in ([first], [first, *later])]
+    assert names_of(one)[0] != names_of(two)[0]
+    assert [each.images[0].identity for each in (one, two)] == [one.images[0].identity] * 2
+    longer = await of_messages(folder, first, later[0], {"role": "user", "content": "Why?"})
+    assert two.fingerprint == longer.fingerprint
 
 
 async def test_a_padding_is_never_larger_than_what_is_not_scaled_down(folder):
@@ -88,10 +98,10 @@ async def test_a_probe_of_a_padded_image_shows_another_of_that_size_behind_it(fo
         made = await preparer.prepare(chat(image("a", 112), image("b", 56), engine="sglang"), None)
         probes = ProbeRequests(settings(folder, engine="sglang"), preparer, None, None)
         shown = made.images[1]
-        asked = ProbeImage(shown.identity, shown.media.data, shown.media.mime, shown.tokens, (56, 56), shown.padding)
+        asked = ProbeImage(shown.name, shown.media.data, shown.media.mime, shown.tokens, (56, 56), shown.padding)
         request = await probes.build("nonce", asked, 16)
         again = await preparer.prepare(parsed(request.body), None)
-    assert (again.images[0].identity, again.images[0].padding) == (shown.identity, (112, 112))
+    assert (again.images[0].name, again.images[0].padding) == (shown.name, (112, 112))
     assert again.images[1].padding is None
     assert request.span == again.spans[0]
     assert request.ids == again.ids
@@ -112,8 +122,14 @@ async def test_a_video_beside_images_is_no_image_that_pads_them(folder):
     assert [each.padding for each in made.images if each.modality == "image"] == [None, (112, 112)]
 
 
-def identities(made):
-    return [each.identity for each in made.images]
+async def of_messages(folder, *messages):
+    body = json.dumps({"model": "t", "messages": messages}).encode()
+    async with preparing(settings(folder, engine="sglang")) as preparer:
+        return await preparer.prepare(parsed(body), None)
+
+
+def names_of(made):
+    return [each.name for each in made.images]
 
 
 def parsed(body):

@@ -418,5 +418,7 @@ def test_what_a_release_of_sglang_shows_otherwise_is_placed_by_affinity_there(ri
 @pytest.mark.parametrize(("release", "decided"), [("0.5.20", "affinity"), ("0.5.21", "exact"), ("", "exact")])
 def test_a_release_before_the_first_that_makes_a_prompt_gets_it_by_affinity(rig, release, decided):
     rig.worker("a", engine="sglang", engine_version=release)
-    decision = rig.placer.place(replace(prepared(), first_release=(0, 5, 21)))
+    request = SimpleNamespace(body={}, prompt_field="messages")
+    decision = rig.placer.place(replace(prepared(), request=request, first_release=(0, 5, 21)))
     assert (decision.exactness, decision.reasons) == (decided, ("release:messages",) * (decided == "affinity"))
+    assert decision.policy == ("consistentHash" if decided == "affinity" else "kv")

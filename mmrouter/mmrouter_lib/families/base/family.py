@@ -171,7 +171,8 @@ class Family(ABC):
     def paddings(self, sizes: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int] | None]:
         """Return for each image of a request the size that it is padded to, ``None`` for one that is not padded.
 
-        An image of that size is as large as the padded one. All are (width, height) in pixels.
+        An image of exactly that size has the same rows and columns, and is not padded beside this one. All are (width,
+        height) in pixels.
         """
         return [None] * len(sizes)
 

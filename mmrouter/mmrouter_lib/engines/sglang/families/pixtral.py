@@ -1,4 +1,4 @@
-"""Mistral 3 as SGLang 0.5.23 takes it: each row of an image is a run of its own, and others may pad it.
+"""Mistral 3 on SGLang 0.5.23: each row of an image is a run of its own, and the engine pads images to others.
 
 The engine pads the images of a request to the largest width and height among them and names each by the padded tensor
 (``PixtralProcessor``), so that an image has a name for each size that it is padded to. Compared with its code by
@@ -49,9 +49,9 @@ class SglangPixtral(Pixtral):
         return self.expand_ids(ids, images, special_id(codec, BREAK), special_id(codec, END))
 
     def expand_ids(self, ids: "array[int]", images: Sequence[PromptImage], row_end: int, image_end: int) -> Expanded:
-        """Return the prompt of a text's ``ids``, between the ids of a row's end and of an image's.
+        """Return the prompt of a text's ``ids``; the spans are rows. ``row_end``, ``image_end``: as in :meth:`rows`.
 
-        Raises :class:`PlaceholderError`.
+        Raises :class:`PlaceholderError` and :class:`ImageSizeError`.
         """
         done = expand_ids(ids, self.placeholder_id, images, [self.rows(image, row_end, image_end) for image in images])
         spans = zip(done.spans, images, strict=True)

@@ -1,4 +1,4 @@
-"""What of a chat request SGLang 0.5.23 shows to a template (docs/engine-facts/sglang.md#prompts)."""
+"""The part of a chat request that SGLang 0.5.23 passes to its chat template (docs/engine-facts/sglang.md#prompts)."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -8,6 +8,7 @@ they are. Compared with the engine's own code by ``tests/conformance/sglang/test
 import re
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
@@ -102,14 +103,15 @@ class SglangMistralPrompter:
         messages = [message for message in map(_placed, chat.messages) if not _is_empty(message)]
         try:
             return self.library.encode_chat(messages, chat.tools, image_tokens, reasoning_effort=effort)
-        except TemplateError:
-            if chat.tools is None:
-                raise
-            return self.library.encode_chat(messages, chat.functions, image_tokens, reasoning_effort=effort)
+        except TemplateError as first:
+            # The engine tries again with bare functions and answers with that refusal; the first one names the cause.
+            with suppress(TemplateError):
+                return self.library.encode_chat(messages, chat.functions, image_tokens, reasoning_effort=effort)
+            raise first
 
     def _continued(self, tail: str) -> "array[int]":
         """Return the ids of the text that goes on behind a prompt: it is tokenized apart."""
-        return self._encode(tail, add_special_tokens=True)[1:] if tail else array("I")
+        return self._encode(tail, add_special_tokens=False)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> "array[int]":
         """Return the ids of a text, in which only the tokens of images are special tokens."""

@@ -184,7 +184,7 @@ class SglangPrompter(Prompter):
             raise
         except Exception as error:
             # A template is a program over the client's data, which may raise anything: the engine tries again with bare
-            # functions, then answers an error with 400 and the reason of the first attempt.
+            # functions and answers with the reason of that attempt; the first one names the cause.
             try:
                 return self._text(context, chat.functions), chat.tail
             except Exception:
