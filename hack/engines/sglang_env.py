@@ -31,7 +31,7 @@ from hack.engines.vllm_env import (
 )
 
 SGLANG = "0.5.23"
-TRANSFORMERS = "5.19.0"  # part of the identity of an image (docs/exactness.md), so it never floats
+TRANSFORMERS = "5.19.0"  # part of the identity of an image (docs/families.md), so it never floats
 STUBS = Path(__file__).with_name("sglang_stubs")
 # Requirements of the wheel, except those that need CUDA, and protobuf, which one of these needs. Versions are those of
 # its own pins.
