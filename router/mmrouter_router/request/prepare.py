@@ -43,7 +43,7 @@ from mmrouter_router.intake.field_check import Exactness
 from mmrouter_router.media.resolve import MediaResolver
 from mmrouter_router.request.images import ImageResolver, name_by_neighbours
 from mmrouter_router.request.prepared import CHAT, Prepared, ResolvedImage
-from mmrouter_router.request.processor_options import OptionReader, RequestOptions
+from mmrouter_router.request.processor_options import MEDIA_CAUSES, OptionReader, under_options
 from mmrouter_router.request.renderer_client import ROLE as RENDERER_ROLE
 from mmrouter_router.request.renderer_client import Rendered, Renderer
 from mmrouter_router.request.timed_media import resolve_timed
@@ -60,7 +60,6 @@ MAX_TEXT = 4 * 1024**2
 :class:`mmrouter_lib.prompt.segment_cache.SegmentCache`."""
 MAX_REASONS = 32  # media that are named as reasons, so that a client cannot choose how many
 SEEDS = 4096  # tenants whose namespace seeds are cached
-_IMAGE_CAUSES = frozenset({"processor_options"})  # these affect media only: each item becomes unresolved
 
 
 class PromptModel(NamedTuple):
@@ -185,7 +184,7 @@ class Preparer:
         family = options.family if options else self.family
         resolved = await self._resolve(request, self.image_key(salt), tenant, family)
         one_medium = self.family is not None and self.family.one_medium
-        images = _under_options(request, resolved, options, one_medium=one_medium)
+        images = under_options(request, resolved, options, one_medium=one_medium)
         images = name_by_neighbours(images, self.family, rename_beside_videos=self._rename_beside_videos)
         await self._digest(images, tenant)
         return await self.predict(request, images, salt, tenant, predict=predict)
@@ -197,10 +196,10 @@ class Preparer:
         unresolved = tuple(image.unresolved for image in images if not image.resolved)
         unmodelled = [f"media:{image.param}" for image in images if not image.modelled]
         affected = images and not any(image.published for image in images)
-        labels = [r.label for r in request.inexact if affected or r.reason not in _IMAGE_CAUSES]
+        labels = [r.label for r in request.inexact if affected or r.reason not in MEDIA_CAUSES]
         reasons = list(dict.fromkeys((*unmodelled[:MAX_REASONS], *labels, *unresolved[:MAX_REASONS])))
         exactness: Exactness = "partial" if unresolved else "exact"
-        if unmodelled or any(reason.reason not in _IMAGE_CAUSES for reason in request.inexact):
+        if unmodelled or any(reason.reason not in MEDIA_CAUSES for reason in request.inexact):
             exactness = "affinity"
         unseen = not predict and exactness != "affinity" and not (self.family is not None and self.family.fragile)
         if unseen:
@@ -376,25 +375,6 @@ class Preparer:
             head.append((message.get("role"), texts))
         named = b"".join(image.identity for image in images if image.message < 2)
         return xxh3_64_intdigest(orjson.dumps(head) + named)
-
-
-def _under_options(request: ChatRequest, images: Images, options: RequestOptions | None, *, one_medium: bool) -> Images:
-    """Return the images by their names under the request's options, and unresolved where these are not modelled.
-
-    ``one_medium``: options for any medium are in the names of images.
-    """
-    if options is not None:
-        images = tuple(
-            replace(image, published=options.published(image.identity)) if image.modality == "image" else image
-            for image in images
-        )
-    cause = next((reason.label for reason in request.inexact if reason.reason in _IMAGE_CAUSES), "")
-    if one_medium and request.body.get("media_io_kwargs"):
-        cause = cause or "processor_options:media_io_kwargs"
-    return tuple(
-        replace(image, unresolved=cause) if cause and image.resolved and not image.published else image
-        for image in images
-    )
 
 
 def _counted(images: Images, spans: tuple[Span, ...]) -> Images:

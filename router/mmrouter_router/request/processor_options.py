@@ -1,7 +1,7 @@
 """Processor options of a request (``mm_processor_kwargs``): those that are modelled, and how vLLM names images then."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from mmrouter_lib.engines import answering_args
@@ -11,8 +11,11 @@ from mmrouter_lib.media_identity import foreign_identity, to_wire
 from mmrouter_router.core.settings import Settings
 from mmrouter_router.intake import ChatRequest
 from mmrouter_router.intake.field_check import Reason
+from mmrouter_router.request.prepared import ResolvedImage
 
 FIELD = "mm_processor_kwargs"
+MEDIA_CAUSES = frozenset({"processor_options"})
+"""Causes against exactness that affect media alone: each item becomes unresolved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,3 +64,24 @@ class OptionReader:
             return None
         family = self.family.with_options(given) if isinstance(given, dict) else None
         return None if family is None else RequestOptions(family, given, self.model)
+
+
+def under_options(
+    request: ChatRequest, images: tuple[ResolvedImage, ...], options: RequestOptions | None, *, one_medium: bool
+) -> tuple[ResolvedImage, ...]:
+    """Return the images by their names under the request's options, and unresolved where these are not modelled.
+
+    ``one_medium``: options for any medium are in the names of images.
+    """
+    if options is not None:
+        images = tuple(
+            replace(image, published=options.published(image.identity)) if image.modality == "image" else image
+            for image in images
+        )
+    cause = next((reason.label for reason in request.inexact if reason.reason in MEDIA_CAUSES), "")
+    if one_medium and request.body.get("media_io_kwargs"):
+        cause = cause or "processor_options:media_io_kwargs"
+    return tuple(
+        replace(image, unresolved=cause) if cause and image.resolved and not image.published else image
+        for image in images
+    )

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from unit.prompt.message_values import USER, check_new_text_is_bounded
@@ -161,6 +162,12 @@ def test_what_is_not_predicted_has_a_reason(tmp_path, monkeypatch):
     (folder / "config.json").write_text('{"model_type": "voxtral", "audio_config": {}}')
     with pytest.raises(UnpredictedError, match="family:voxtral"):
         load_text_prompter("sglang", folder)
+
+
+def test_processor_options_that_the_family_does_not_have_are_an_error(tmp_path):
+    limits = SimpleNamespace(min_pixels=None, max_pixels=1_000, num_crops=None)
+    with pytest.raises(ModelFolderError, match="max_pixels"):
+        load_text_prompter("sglang", pictured_folder(tmp_path), processor=limits)
 
 
 def test_another_id_of_an_images_token_in_config_json_is_an_error(tmp_path):

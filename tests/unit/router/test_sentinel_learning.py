@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,7 @@ from mmrouter_router.sentinels.evidence import BLIND_SECONDS, SentinelStore
 from mmrouter_router.sentinels.table import fill_sentinels
 from mmrouter_router.telemetry.metrics import Metrics
 from mmrouter_router.verify import sentinel_learning as learning
-from mmrouter_router.verify.sentinel_learning import MAX_PROBES, SentinelLearning
+from mmrouter_router.verify.sentinel_learning import ENOUGH_REQUESTS, MAX_PROBES, SentinelLearning
 
 TEXT, TOKENS, SEED, PLACEHOLDER = 40, 20, 5, 9
 FACTS = {"model_type": "llava", "architectures": json.dumps(["Llava"])}
@@ -106,6 +107,14 @@ def test_image_is_probed_when_requested_again(rig):
         for _ in range(2):
             rig.send(rig.request(bytes([number])))
     assert questions.full()
+
+
+def test_an_engine_of_a_release_that_makes_other_prompts_gets_no_probe(rig):
+    for release, probes in (((0, 5, 24), 0), ((0, 5, 23), 1)):
+        for _ in range(ENOUGH_REQUESTS):
+            request = SimpleNamespace(media=(), body={}, prompt_field="messages")
+            rig.send(replace(rig.request(b"a"), request=request, first_release=release))
+        assert rig.learning.probes.qsize() == probes
 
 
 def test_waiting_probes_are_bounded_in_bytes(monkeypatch):

@@ -3,6 +3,7 @@
 import orjson
 import pytest
 from unit.router.preparing import preparing, settings
+from unit.router.rig import Rig as FleetRig
 from unit.router.rig import http_answer as answer
 from unit.router.scripted_engines import DIES, HANGS, IDS, MEETS, ROOM, SOON, Rig
 from waiting import until
@@ -52,6 +53,15 @@ async def test_the_system_message_of_a_probe_fills_a_block_before_images_that_st
         system = orjson.loads(made.body)["messages"][0]
         assert system["role"] == "system"
         assert len(preparer.prompter.codec.encode(system["content"], add_special_tokens=False)) >= 64
+
+
+async def test_no_canary_is_possible_at_an_engine_of_a_release_that_makes_other_prompts():
+    worker = FleetRig().worker("a", engine="sglang", engine_version="0.5.20")
+    async with preparing(settings(engine="sglang")) as preparer:
+        own = ProbeRequests(settings(engine="sglang"), preparer, None, None)
+        assert own.possible_at(worker)
+        preparer.first_release = (0, 5, 21)
+        assert not own.possible_at(worker)
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(answer(500), HANGS), (HANGS, answer(500)), (DIES, HANGS)])
