@@ -108,6 +108,7 @@ class Router:
             counts=self.chat.counts.totals,
             ready=lambda: self.ready,
             possible=lambda: self.probe_requests.possible,
+            possible_at=self.probe_requests.possible_at,
             degraded=lambda: self.stages.form().degraded,
         )
         self.shutdown = Shutdown()

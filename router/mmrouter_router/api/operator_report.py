@@ -35,8 +35,9 @@ UNROUTABLE = ("not_heard", "draining", "engine_starting", "engine_down", "no_sna
 
 @dataclass(frozen=True, slots=True)
 class Reporter:
-    """Makes the reports of one router. ``possible``: whether prompts of this model can be predicted.
+    """Makes the reports of one router.
 
+    ``possible``: whether prompts of this model can be predicted; ``possible_at``: those that a worker's engine makes.
     ``degraded``: the stages that are skipped because no pod can serve them.
     """
 
@@ -48,6 +49,7 @@ class Reporter:
     counts: Counter[str]  # named as in COUNTS, since the process started
     ready: Callable[[], bool]
     possible: Callable[[], bool]
+    possible_at: Callable[[Worker], bool]
     degraded: Callable[[], tuple[str, ...]]
 
     def report(self) -> dict[str, Any]:
@@ -98,8 +100,8 @@ class Reporter:
             return canary.cause, canary.message
         if not canary_applies(worker.member.role):
             return "not_probed", f"no canary is defined for a {worker.member.role} of {self.engine}"
-        if not self.possible():
-            return "not_modelled", "this model's prompts cannot be predicted: requests are placed by affinity"
+        if not self.possible_at(worker):
+            return "not_modelled", "prompts cannot be predicted for this model and engine: they go by affinity"
         return "pending", "its canary has not been answered yet"
 
 

@@ -12,7 +12,7 @@ from mmrouter_router.api.live_view import LiveView
 from mmrouter_router.api.operator_report import Reporter
 from mmrouter_router.encoding.encoder_pods import EncoderProbes
 from mmrouter_router.explain.decisions import DecisionLog, DecisionTrace, trace_of
-from mmrouter_router.fleet.workers import Member
+from mmrouter_router.fleet.workers import Member, Worker
 from mmrouter_router.http.server import Server
 from mmrouter_router.http.upstream import Upstream
 from mmrouter_router.request.renderer_client import Renderer
@@ -30,6 +30,7 @@ class Reports(Rig):
         self.probes = EncoderProbes(self.fleet, self.upstream, engine, "secret", "m")
         self.renderer = Renderer(self.upstream, "secret", "m", Metrics())
         self.counts, self.possible, self.ready = Counter(), True, True
+        self.others: list[Worker] = []  # whose engines make other prompts
         self.degraded: tuple[str, ...] = ()
         self.reporter = Reporter(
             router_id="r",
@@ -40,6 +41,7 @@ class Reports(Rig):
             counts=self.counts,
             ready=lambda: self.ready,
             possible=lambda: self.possible,
+            possible_at=lambda worker: self.possible and worker not in self.others,
             degraded=lambda: self.degraded,
         )
 

@@ -164,6 +164,13 @@ def test_unpredictable_model_is_reported_as_not_modelled(rig):
     assert rig.row(rig.worker("a", canary="")) == (True, "Unknown", "not_modelled")
 
 
+def test_an_engine_that_makes_other_prompts_is_reported_as_not_modelled(rig):
+    one, other = (rig.worker(name, canary="") for name in "ab")
+    rig.others.append(other)
+    assert rig.row(one) == (True, "Unknown", "pending")
+    assert rig.row(other) == (True, "Unknown", "not_modelled")
+
+
 @pytest.mark.parametrize(
     ("type_", "encodes", "row", "message"),
     [
